@@ -29,7 +29,7 @@ from fenceguard import embedded
 settings.register_profile("steady", derandomize=True, database=None, deadline=None)
 settings.load_profile("steady")
 
-pytest_plugins = ["support.left_out", "support.matrix"]
+pytest_plugins = ["support.guarded", "support.left_out", "support.matrix"]
 
 _KIND = pytest.StashKey[str]()
 _STACK = pytest.StashKey[ExitStack]()
