@@ -1,0 +1,1 @@
+select balance from $schema.$table where id = $account_id;

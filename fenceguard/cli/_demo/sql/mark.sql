@@ -1,0 +1,2 @@
+-- $mark: see stage.py
+comment on schema fenceguard is '$mark';
