@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
@@ -40,6 +41,9 @@ _SERVICES = pytest.StashKey[Services]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts its background jobs with SIGINT ignored, and the children whom some tests interrupt inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_STACK] = ExitStack()
     handed: dict[str, Any] | None = getattr(config, "workerinput", {}).get("fenceguard_services")
     if handed is not None:
